@@ -23,8 +23,8 @@ def accumulation_dtype(dtype: DTypeLike) -> jnp.dtype:
 def contract(a: Array, b: Array, axes: tuple[int, int]) -> Array:
     """Contract one axis of `a` and `b`, at full precision for float32 and float64, accumulating in float32 or more.
 
-    It binds JAX's primitive. Libraries such as qwix replace `lax.dot_general`, and would take routers and experts,
-    which must stay as they are, for weights of theirs.
+    It binds JAX's primitive: qwix replaces `lax.dot_general`, and would quantize routers and experts, which must stay
+    as they are.
     """
     a, b = vary_alike((a, b))
     precision = lax.Precision.HIGHEST if a.dtype.itemsize >= 4 else lax.Precision.DEFAULT

@@ -81,8 +81,8 @@ class MoE(nnx.Module):
     Args:
       hidden_size: H.
       intermediate_size: I of one expert.
-      num_experts: E. If the ranks that share the experts do not divide it, the layer adds experts whose weights are
-        zero and which no token chooses: the parameters of experts have as many as a multiple of the ranks.
+      num_experts: E. If the ranks that share the experts do not divide it, the parameters of experts have rows for
+        more, up to the next multiple. These rows are zero, and no token chooses them.
       num_experts_per_tok: K.
       router: how the router chooses, see `jax_ep.Router`; None: `Router()`. A module or function that takes tokens
         `[N, H]` and returns a `jax_ep.types.Routing` of the E experts replaces the router.
@@ -626,7 +626,7 @@ class MoE(nnx.Module):
         """
         options, number = self.router_options, tokens.shape[0]
         apart = self.router_fn is not None or options.selection_bias or options.num_identity_experts > 0
-        apart |= self.num_stored_experts != self.num_experts
+        apart = apart or self.num_stored_experts != self.num_experts  # one logit per expert of the launch
         # Many tokens gain nothing, and their gradient would route twice.
         few = isinstance(number, int) and number <= LOW_LATENCY_TOKENS
         if apart or self.recipe is not None or not few:

@@ -272,7 +272,7 @@ def test_flax_no_tokens(kind):
 )
 def test_flax_sizes_that_axes_do_not_divide(axes, changed, match, kind):
     """A layer that is made on a mesh names the size and the axis, as one that is called there does."""
-    mesh = jax.make_mesh((2, 2), ("other", "expert"), axis_types=(kind,) * 2)
+    mesh = make_mesh((2, 2), ("other", "expert"), kind)
     sizes = {"hidden_size": 8, "intermediate_size": 4, "num_experts": 4, "num_experts_per_tok": 2} | changed
     with jax.set_mesh(mesh), pytest.raises(ValueError, match=match):
         MoE(**sizes, axes=MeshAxes(**axes), rngs=nnx.Rngs(0))

@@ -11,6 +11,7 @@ import pytest
 
 import finite_differences
 import jax_ep
+from harness import make_mesh
 from jax_ep.routing import identity_experts
 
 STATIC = ("k", "router")
@@ -108,7 +109,7 @@ def test_experts_whose_bias_is_minus_infinity_are_never_chosen(group_score, expl
     logits, bias = _logits("normal", 8, 12), np.full(12, -np.inf, np.float32)
     bias[[4, 10, 11]] = -2.0, -3.0, -3.0
     if explicit:
-        mesh = jax.make_mesh((2,), ("data",), axis_types=(jax.sharding.AxisType.Explicit,))
+        mesh = make_mesh((2,), ("data",), jax.sharding.AxisType.Explicit)
         logits = jax.device_put(logits, jax.NamedSharding(mesh, jax.P("data")))
     router = jax_ep.Router("sigmoid", num_groups=4, topk_groups=3, group_score=group_score)
     gradient, routing = jax.jit(
@@ -157,8 +158,10 @@ def test_bfloat16_logits_are_computed_in_float32(name):
     num_experts, router, _ = MODELS[name]
     logits = jnp.asarray(_logits("normal", 48, num_experts)).astype(jnp.bfloat16)
     narrow, wide = router(logits), router(logits.astype(jnp.float32))
+    np.testing.assert_array_equal(narrow.topk_idx, wide.topk_idx)
     for field in ("topk_idx", "topk_weights", "scores"):
-        np.testing.assert_array_equal(getattr(narrow, field), getattr(wide, field))
+        # Two programs: on a GPU their sums over experts can have another order.
+        np.testing.assert_allclose(getattr(narrow, field), getattr(wide, field), rtol=1e-6)
         assert getattr(narrow, field).dtype == getattr(wide, field).dtype
 
 
@@ -263,7 +266,7 @@ def test_masked_tokens_have_no_experts_and_no_gradient(name):
     gradients = jax.jit(jax.grad(objective))
     gradient = np.asarray(gradients(padded, token_mask=mask))
     np.testing.assert_array_equal(gradient[~mask], np.zeros_like(gradient[~mask]))
-    np.testing.assert_allclose(gradient[mask], gradients(logits[mask]), rtol=1e-6, atol=1e-9)
+    np.testing.assert_allclose(gradient[mask], gradients(logits[mask]), rtol=5e-6, atol=1e-8)
 
 
 def sparsemixer(logits, jitter_eps, chosen=None):

@@ -72,7 +72,7 @@ _FIELDS_OF_RATE = {
 }
 _FEW_ROWS = {16: 26, 8: 48, 4: 128}  # rows per expert, by the bits of an element of the weights
 _FEW_SWAPPED_ROWS = 96  # with `swap_ab`, which converts an element once for all rows of a block
-_FEW_GLUON_ROWS = 24  # with GEMMs in Gluon as the alternative, for experts that are not small
+_FEW_GLUON_ROWS, _FEW_SMALL_GLUON_ROWS = 24, 64  # with GEMMs in Gluon as the alternative, of large and small experts
 _MANY_ROWS, _SMALL_EXPERT = 128, 1 << 21
 
 
@@ -100,8 +100,9 @@ def serves_in_one_launch(
     (fused_moe_decode.json). `_FEW_ROWS` holds the limits, from fused_moe_batches.json; up to 128 rows were measured
     there. With many rows, GEMMs in several launches are faster, but rows are moved between them. For small experts
     moving rows takes longer, unless a specialized kernel computes the GEMMs and activates in them, as for Qwen3-30B-A3B
-    with 256 rows (fused_moe_prefill.json). Of large experts, GEMMs of prepacked weights in Gluon are faster with 32
-    rows (fused_moe_prefill_mixtral.json).
+    with 256 rows (fused_moe_prefill.json). GEMMs of prepacked weights in Gluon are faster with 32 rows of large experts
+    (fused_moe_prefill_mixtral.json), and with 128 of small ones, but not with 32 (fused_moe_prefill_quantized.json,
+    fused_moe_prefill_qwen.json).
 
     `num_slots` are the assignments of all tokens; `bits` those of an element of the weights, and with `in_fp8` rows are
     FP8, too. `swap_ab` converts an element once for more rows. `specialized`: the kernel of
@@ -109,8 +110,8 @@ def serves_in_one_launch(
     weights.
     """
     rows, is_small = num_slots / num_experts, hidden * intermediate <= _SMALL_EXPERT
-    most = few_rows(bits, in_fp8=in_fp8, swap_ab=swap_ab)
-    if rows <= (_FEW_GLUON_ROWS if in_gluon and not is_small else most):
+    of_gluon = _FEW_SMALL_GLUON_ROWS if is_small else _FEW_GLUON_ROWS
+    if rows <= (of_gluon if in_gluon else few_rows(bits, in_fp8=in_fp8, swap_ab=swap_ab)):
         return True
     return rows >= _MANY_ROWS and is_small and bits == 16 and not specialized
 

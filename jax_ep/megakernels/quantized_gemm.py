@@ -40,7 +40,9 @@ from jax_ep.types import Array, Tokens
 _GROUPED = Kernel(quantized_gemm_kernels.quantized_grouped_gemm)
 _MASKED = Kernel(quantized_gemm_kernels.quantized_masked_grouped_gemm)
 _GLUON = Kernel(gluon_quantized.prepacked_gemm)
-_MOST_GLUON_ROWS = 128  # of a group, that were measured (fused_moe_prefill_mixtral.json)
+_FEWEST_DENSE_ROWS = (
+    512  # of a group, from which dequantizing weights of 8 bits first is faster (fused_moe_prefill_quantized.json)
+)
 _GLUON_COLUMNS = gluon_quantized.COLUMNS.value  # of a tile
 _DEPTH = 128  # of a block: that of the blocks of FP8, and a multiple of all other groups
 
@@ -120,11 +122,17 @@ def _tuned_tiles(rows_of_group: int, dtype: jnp.dtype, rhs: QuantizedWeights) ->
 
 def tuned_gluon_tiles(rows_of_group: int, dtype: jnp.dtype, rhs: QuantizedWeights) -> GluonTiles | None:
     """Return the tiles of the kernel in Gluon, or None for the one in Triton."""
-    default = Language(rows_of_group <= _MOST_GLUON_ROWS and runs_in_gluon(rhs, dtype))
+    default = Language(runs_in_gluon(rhs, dtype))
     facts = quantized_facts(rows_of_group, dtype, rhs)
     if not tuned.tiles(default, "quantized_gemm", **facts).gluon:
         return None
     return tuned.tiles(gluon_tiles(rows_of_group), "quantized_gemm_gluon", **facts)
+
+
+def dequantizes_first(rows_of_group: int, dtype: jnp.dtype, rhs: QuantizedWeights) -> bool:
+    """Return whether a GEMM of 16-bit rows takes less time if its weights are dequantized in memory first."""
+    default = rows_of_group >= _FEWEST_DENSE_ROWS and format_of(rhs).bits == 8 and dtype == jnp.bfloat16
+    return tuned.setting("quantized_gemm", "dequantize", default, **quantized_facts(rows_of_group, dtype, rhs))
 
 
 def runs_in_gluon(rhs: QuantizedWeights, dtype: DTypeLike) -> bool:

@@ -242,7 +242,7 @@ def _separate(
 def _quantized(plan: serving.QuantizedGemmPlan, name: str) -> Iterator[Row]:
     if plan.operands is not None:
         yield _row(f"{name}: FP8 rows", plan.operands)
-    yield _row(name, plan.gemm)
+    yield _row(f"{name} of dequantized weights" if plan.dequantizes else name, plan.gemm)
 
 
 def _lora(plan: plan_lora.LoraGemmPlan, name: str) -> Iterator[Row]:

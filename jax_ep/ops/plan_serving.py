@@ -41,30 +41,53 @@ from jax_ep.types import Array, Experts, Layout, Options
 
 @dataclasses.dataclass(frozen=True)
 class QuantizedGemmPlan:
-    """GEMM of rows and quantized weights: of "quantized_gemm", or of "grouped_gemm" where both are in FP8.
+    """GEMM of rows and quantized weights: of "quantized_gemm", or of "grouped_gemm".
 
-    `operands` rounds rows to FP8, where the weights ask for it.
+    The latter takes both in FP8, where the weights ask for it and `operands` rounds the rows, or dequantized weights.
     """
 
     options: Options
     gemm: Part
     operands: Part | None
 
+    @property
+    def dequantizes(self) -> bool:
+        """Whether weights are dequantized before the GEMM."""
+        return self.gemm.operation == "grouped_gemm" and self.operands is None
+
 
 @resolution
 def quantized_gemm(
-    options: Options, shape: tuple[int, ...], dtype: DTypeLike, rhs: QuantizedWeights, out_dtype: DTypeLike
+    options: Options,
+    shape: tuple[int, ...],
+    dtype: DTypeLike,
+    rhs: QuantizedWeights,
+    out_dtype: DTypeLike,
+    rows_in_use: int | None = None,
 ) -> QuantizedGemmPlan:
-    """Resolve the GEMM of rows of this shape, `[M, K]` or `[G, M, K]`, and quantized weights."""
+    """Resolve the GEMM of rows of this shape, `[M, K]` or `[G, M, K]`, and quantized weights.
+
+    About `rows_in_use` of M rows are in groups; None: all.
+    """
     multiplied, out = multiplied_dtype(dtype, rhs), jnp.dtype(out_dtype)
-    operands = None
-    if rhs.activations == "fp8":
-        operands = fp8_operands(options, dtype, shape)
-    if multiplied == FP8 and format_of(rhs).is_fp8_operand and len(shape) == 2:
-        facts: Facts = GemmFacts(FP8, shape[0], shape[1], rhs.shape[2], rhs.shape[0], out)
-    else:
-        facts = QuantizedGemmFacts(multiplied, shape, rhs, out)
+    operands = fp8_operands(options, dtype, shape) if rhs.activations == "fp8" else None
+    facts = QuantizedGemmFacts(multiplied, shape, rhs, out)
+    rows_of_group = (shape[0] if rows_in_use is None else rows_in_use) // max(rhs.shape[0], 1)
+    as_stored = multiplied == FP8 and format_of(rhs).is_fp8_operand
+    if len(shape) == 2 and (as_stored or _dequantizes_first(options, facts, rows_of_group)):
+        groups, depth, columns = rhs.shape
+        dense = GemmFacts(multiplied, shape[0], depth, columns, groups, out)
+        return QuantizedGemmPlan(options, registry.choose(options, dense), operands)
     return QuantizedGemmPlan(options, registry.choose(options, facts), operands)
+
+
+def _dequantizes_first(options: Options, facts: QuantizedGemmFacts, rows_of_group: int) -> bool:
+    """Return whether the kernels that decode weights take longer than to dequantize them for a GEMM of 16 bits."""
+    if facts.rhs.activations is not None or registry.choose(options, facts).implementation != "triton":
+        return False
+    from jax_ep.megakernels.quantized_gemm import dequantizes_first
+
+    return dequantizes_first(rows_of_group, facts.dtype, facts.rhs)
 
 
 @resolution
@@ -229,12 +252,12 @@ def quantized_layer(
     back = whole.with_sums(sum_dtype)
     if wire is not None:
         whole = dataclasses.replace(whole, options=dataclasses.replace(options, wire_dtype=wire))
-    rows = layout.capacity
+    rows, in_use = layout.capacity, min(layout.capacity, layout.num_tokens * layout.top_k)
     return QuantizedLayerPlan(
         whole,
         back,
-        quantized_gemm(options, (rows, facts.hidden), dtype, w_gate_up, dtype),
-        quantized_gemm(options, (rows, sizes.intermediate), dtype, w_down, dtype),
+        quantized_gemm(options, (rows, facts.hidden), dtype, w_gate_up, dtype, in_use),
+        quantized_gemm(options, (rows, sizes.intermediate), dtype, w_down, dtype, in_use),
         activation(options, experts, dtype, rows, sizes.columns, layout.num_local_experts),
     )
 

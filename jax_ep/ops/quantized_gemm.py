@@ -6,8 +6,10 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import cast
 
+from jax import lax
 from jax.typing import DTypeLike
 
+from jax_ep import formats
 from jax_ep.core import operations
 from jax_ep.core.autodiff import call_without_gradient
 from jax_ep.core.expert_matrices import QuantizedWeights
@@ -28,6 +30,8 @@ def multiply(
         if rhs.activations == "fp8":
             in_fp8 = fp8_operands(plan).quantize_rows(lhs, group_sizes)
             return _multiply_fp8(plan, out_dtype, in_fp8, rhs, group_sizes)
+        if plan.dequantizes:
+            return _multiply_dequantized(plan, out_dtype, lhs, rhs, group_sizes)
         run = partial(_run(plan).grouped_gemm, out_dtype=out_dtype)
         if rhs.activations is None:
             return run(lhs, rhs, group_sizes)
@@ -55,6 +59,15 @@ def _multiply_fp8(
         return _run(plan).grouped_gemm(rows, rhs, group_sizes, out_dtype=out_dtype)
     run = registry.FP8_GEMM.by(plan.gemm.implementation).grouped_gemm_fp8
     return run(rows, (rhs.values, cast(Array, rhs.scales)), group_sizes, out_dtype=out_dtype)
+
+
+def _multiply_dequantized(
+    plan: QuantizedGemmPlan, out_dtype: DTypeLike, lhs: Array, rhs: QuantizedWeights, group_sizes: Array
+) -> Array:
+    # Once the rows are known: in front of a loop, XLA would dequantize the weights of all layers, and keep them.
+    lhs, rhs = lax.optimization_barrier((lhs, rhs))
+    run = registry.GROUPED_GEMM.by(plan.gemm.implementation).grouped_gemm
+    return run(lhs, formats.dequantize(rhs, lhs.dtype), group_sizes, transpose=True, out_dtype=out_dtype)
 
 
 def multiply_fp8(

@@ -73,7 +73,14 @@ OPERATIONS: Mapping[str, Operation] = {
     "weight_gradient_fp8": Operation(_PRODUCT, _FP8_TILES),
     "masked_grouped_gemm": Operation(_MASKED, _MASKED_TILES),
     "quantized_gemm": Operation(
-        _QUANTIZED, {"block_m": Values(16, 128, power_of_two=True), "block_n": _BLOCK, **_LAUNCH, "gluon": FLAG}
+        _QUANTIZED,
+        {
+            "block_m": Values(16, 128, power_of_two=True),
+            "block_n": _BLOCK,
+            **_LAUNCH,
+            "gluon": FLAG,
+            "dequantize": FLAG,
+        },
     ),
     "quantized_gemm_gluon": Operation(_QUANTIZED, {"block_m": Values(8, 128, power_of_two=True), **_GLUON_LAUNCH}),
     "fused_moe": Operation(

@@ -62,6 +62,30 @@ def test_quantized_gemm_grouped(implementation, groups, dtype, stored, rng):
 
 
 @IN_EVERY_WAY
+@pytest.mark.slow(unless={"stored": ["fp8", "int8", "mxfp4 prepacked"]})
+def test_quantized_gemm_dequantized_first(implementation, stored, rng):
+    with jax_ep.tuning.override("quantized_gemm", dequantize=True):
+        test_quantized_gemm_grouped(implementation, "uneven", BF16, stored, rng)
+
+
+@pytest.mark.slow
+def test_quantized_gemm_dequantized_one_after_another(two_ranks):
+    """A loop holds the 16-bit weights of one GEMM at a time, though they are the same in each step."""
+    del two_ranks
+    x, sizes = jnp.ones((64, 256), BF16), jnp.full(4, 16, jnp.int32)
+    weights = [quantized(jnp.ones((4, 256, 256)), "fp8") for _ in range(6)]
+
+    def layers(_, x):
+        for w in weights:
+            x = jax_ep.grouped_gemm(x, w, sizes, implementation="triton")
+        return x
+
+    with jax_ep.tuning.override("quantized_gemm", dequantize=True):
+        compiled_loop = jax.jit(lambda x: jax.lax.fori_loop(0, 3, layers, x)).lower(x).compile()
+    assert compiled_loop.memory_analysis().temp_size_in_bytes < 2 * 2 * weights[0].values.size
+
+
+@IN_EVERY_WAY
 @pytest.mark.parametrize("expected_rows", [None, 40])
 @pytest.mark.slow(
     unless={"expected_rows": [None], "stored": [name for name in STORED if name not in ("int4", "mxfp4")]}

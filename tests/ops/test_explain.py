@@ -8,7 +8,7 @@ import pytest
 
 import harness
 import jax_ep
-from cases import BF16, F32, FP8_WIRE
+from cases import BF16, F16, F32, FP8_WIRE
 from jax_ep.ops import plan, registry
 from jax_ep.quantization import quantize
 from jax_ep.serving import routed_moe
@@ -193,3 +193,49 @@ def test_plan_quantized_resolved_once():
     with plan.recording() as found:
         jax.eval_shape(quantized, *LAYER)
     assert len(found) == 1
+
+
+@pytest.mark.parametrize(
+    ("tokens", "dtype", "options", "is_first"),
+    [
+        (1024, BF16, {"format": "fp8"}, True),
+        (1023, BF16, {"format": "fp8"}, False),
+        (1024, BF16, {"format": "int8"}, True),
+        (1024, F16, {"format": "fp8"}, False),
+        (1024, BF16, {"format": "fp8", "activations": "fp8"}, False),
+        (1024, BF16, {"format": "mxfp4"}, False),
+    ],
+    ids=str,
+)
+def test_explain_weights_dequantized_first(tokens, dtype, options, is_first, two_ranks):
+    """From 512 rows per expert that are in use, whatever the capacity of the ranks."""
+    del two_ranks
+
+    def run(x, idx, weights, *matrices):
+        matrices = (quantize(w, **options) for w in matrices)
+        return jax_ep.fused_moe(x, idx, weights, *matrices, schedule=SEVERAL, implementation="triton")
+
+    many = [jax.ShapeDtypeStruct((tokens, *a.shape[1:]), a.dtype) for a in LAYER[:3]]
+    many[0] = jax.ShapeDtypeStruct(many[0].shape, dtype)
+    parts = [row.part for row in jax_ep.explain(run, *many, *LAYER[3:]).rows]
+    assert [part for part in parts if "GEMM of dequantized weights" in part] == [
+        "first GEMM of dequantized weights",
+        "second GEMM of dequantized weights",
+    ] * is_first
+
+
+@pytest.mark.parametrize(("tokens", "is_first"), [(512, True), (511, False)])
+def test_plan_quantized_rows_in_use(tokens, is_first, two_ranks):
+    """A dropless layer has room for the rows of all ranks, and about as many in use as one rank sends."""
+    plan_of = plan.recording()
+    with plan_of as found, jax.set_mesh(two_ranks):
+        x, idx, weights, *matrices = of_two_ranks()
+
+        def run(x, idx, weights, *matrices):
+            matrices = (quantize(w[0], "fp8") for w in matrices)
+            return jax_ep.moe(x[0], idx[0], weights[0], *matrices, num_experts=E, implementation="triton")[None]
+
+        arrays = [jax.ShapeDtypeStruct((2, tokens, *a.shape[2:]), a.dtype) for a in (x, idx, weights)]
+        jax.eval_shape(jax.shard_map(run, in_specs=jax.P("expert"), out_specs=jax.P("expert")), *arrays, *matrices)
+    (layer_plan,) = found
+    assert layer_plan.first.dequantizes == layer_plan.second.dequantizes == is_first

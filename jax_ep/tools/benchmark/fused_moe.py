@@ -10,7 +10,8 @@ Variants, each forward, without gradients:
   one launch, FORMAT       one kernel, by the schedule
   several launches, FORMAT several kernels, by the schedule
   one launch in ...        one kernel for prepacked weights, in Triton or in Gluon
-  several launches in ...  several kernels, with GEMMs of prepacked weights in Triton or in Gluon
+  several launches in ...  several kernels, with GEMMs in Triton, or of prepacked weights in Gluon
+  several launches dequantized first  the same with GEMMs of 16 bits; of weights in 8 bits
   FORMAT, first GEMM, ...  the first GEMM alone, of sorted rows and prepacked weights, in Triton and in Gluon
   routed_moe, FORMAT       from logits on, the router in the launch; up to 64 tokens
   topk_router + fused_moe, FORMAT  the same in the two functions
@@ -60,6 +61,7 @@ FORMATS: dict[str, dict[str, str]] = {name: {"format": name} for name in formats
 FORMATS |= {f"{name}_tokens": {"format": name, "activations": formats.FORMATS[name].activations} for name in FORMATS}
 FORMATS |= {name: {"format": name.removesuffix("_prepacked")} for name in formats.STORED}
 LANGUAGES = {"Triton": False, "Gluon": True}
+GEMMS_OF_8_BITS = {"in Triton": False, "dequantized first": True}
 SEVERAL = jax_ep.Schedule(single_launch=False)
 WAYS: dict[str, Callable[..., Array]] = {
     "fused_moe": jax_ep.fused_moe,
@@ -122,10 +124,13 @@ def variants(
                 found[f"{way}, {expert_format}"] = Variant(function, (*layer, *held), bytes_of(held))
         for language, gluon in LANGUAGES.items() if expert_format.endswith("_prepacked") else ():
             for way, operation in {"several launches": "quantized_gemm", "one launch": "fused_moe"}.items():
-                in_one = partial(in_language, operation, gluon, WAYS[way])
+                in_one = partial(with_setting, operation, {"gluon": gluon}, WAYS[way])
                 found[f"{way} in {language}, {expert_format}"] = Variant(in_one, (*layer, *held), bytes_of(held))
-            gemm = partial(in_language, "quantized_gemm", gluon, jax_ep.grouped_gemm)
+            gemm = partial(with_setting, "quantized_gemm", {"gluon": gluon}, jax_ep.grouped_gemm)
             found[f"{expert_format}, first GEMM, {language}"] = Variant(gemm, (rows, held[0], sizes), bytes_of(held[0]))
+        for way, first in GEMMS_OF_8_BITS.items() if _is_decoded_from_8_bits(held[0]) else ():
+            layer_so = partial(with_setting, "quantized_gemm", {"dequantize": first}, WAYS["several launches"])
+            found[f"several launches {way}, {expert_format}"] = Variant(layer_so, (*layer, *held), bytes_of(held))
     hidden_rows = partial(with_hidden_rows, partial(jax_ep.fused_moe, schedule=SEVERAL))
     found["hidden rows, bfloat16"] = Variant(hidden_rows, (*layer, *weights), bytes_of(weights))
     found["a step of the chain"] = Variant(lambda x: x[:1], (x,))
@@ -137,9 +142,13 @@ def variants(
     return found, 6.0 * slots * model.hidden * model.intermediate
 
 
-def in_language(operation: str, gluon: bool, function: Callable[..., Array], *arrays: Any) -> Array:
-    """Call a function, whose kernel of an operation is in Gluon or in Triton."""
-    with tuning.override(operation, gluon=gluon):
+def _is_decoded_from_8_bits(w: Any) -> bool:
+    return isinstance(w, jax_ep.QuantizedWeights) and w.activations is None and formats.format_of(w).bits == 8
+
+
+def with_setting(operation: str, settings: Mapping[str, Any], function: Callable[..., Array], *arrays: Any) -> Array:
+    """Call a function with settings of one of its operations."""
+    with tuning.override(operation, **settings):
         return function(*arrays)
 
 

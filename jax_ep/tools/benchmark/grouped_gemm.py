@@ -28,7 +28,7 @@ from jax_ep.megakernels.grouped_gemm import gemm_activation
 from jax_ep.ops import registry
 from jax_ep.pallas.requirements import INTERPRETER_THREADS
 from jax_ep.tools.benchmark import harness, pytorch
-from jax_ep.tools.benchmark.fused_moe import in_language
+from jax_ep.tools.benchmark.fused_moe import with_setting
 from jax_ep.tools.benchmark.harness import Report, Timing
 from jax_ep.tools.benchmark.inputs import MODELS, Model, group_sizes, initialize
 from jax_ep.tools.command import Default, count
@@ -116,7 +116,7 @@ def in_fp8(problem: Problem) -> dict[str, Product]:
     quantized = {name: (*quantize(*arrays), arrays[2]) for name, arrays in problem.operands.items()}
     run = partial(getattr(gemm, operation), out_dtype=BF16)
     return {
-        f"triton, FP8{end}": of(jax.jit(partial(in_language, operation, gluon, run)), quantized)
+        f"triton, FP8{end}": of(jax.jit(partial(with_setting, operation, {"gluon": gluon}, run)), quantized)
         for end, gluon in WAYS.items()
     }
 
@@ -143,7 +143,7 @@ def products(problem: Problem) -> dict[str, Product]:
     found = {label: of(jax.jit(product(name, direction)), problem.operands) for label, name in NAMES.items()}
     operation = "weight_gradient" if direction == WEIGHT_GRADIENT else "grouped_gemm"
     for end, gluon in WAYS.items():
-        run = partial(in_language, operation, gluon, product("triton", direction))
+        run = partial(with_setting, operation, {"gluon": gluon}, product("triton", direction))
         found[f"triton{end}"] = of(jax.jit(run), problem.operands)
     if direction == ACTIVATED:
         weights = jnp.ones(problem.shape[0])

@@ -376,8 +376,8 @@ def options(prog: str | None = None) -> argparse.ArgumentParser:
         nargs="+",
         choices=formats,
         metavar="FORMAT",
-        default=["bfloat16", "fp8", "mxfp4"],
-        help=f"of experts: {', '.join(formats)} (default: bfloat16 fp8 mxfp4)",
+        default=["bfloat16", "fp8", "fp8_tokens", "mxfp4"],
+        help=f"of experts: {', '.join(formats)} (default: bfloat16 fp8 fp8_tokens mxfp4)",
     )
     add("--phases", nargs="+", choices=("prefill", "decode"), default=["prefill", "decode"], help="default: both")
     batches, cache, prompt = Default([1, 16, 64], [1, 2]), Default(1024, 64), Default(4096, 64)

@@ -16,8 +16,10 @@ from jax import lax
 from jax.sharding import PartitionSpec as P
 
 from jax_ep.core import check
+from jax_ep.core.balance import Balance
 from jax_ep.core.mesh_axes import axis_tuple, vary_alike
 from jax_ep.ops import registry
+from jax_ep.ops.balanced import check_balance
 from jax_ep.ops.moe import moe
 from jax_ep.types import Activation, Array, Experts, Schedule
 
@@ -46,6 +48,7 @@ _ACTIVATIONS: dict[str, Activation] = {"silu": "silu", "swish": "silu", "gelu": 
 
 def use(
     *,
+    balance: Balance | None = None,
     recipe: str | None = None,
     schedule: Schedule | None = None,
     implementation: str | Sequence[str] | None = None,
@@ -57,7 +60,7 @@ def use(
     and `sparse_matmul=false` with `capacity_factor=-1`.
 
     Args:
-      recipe, schedule, implementation: see `jax_ep.moe`.
+      balance, recipe, schedule, implementation: see `jax_ep.moe`.
 
     Returns:
       A context manager. Leaving it restores MaxText's code. Without a `with` statement the replacement stays.
@@ -76,8 +79,9 @@ def use(
     """
     registry.options(_USE, (), implementation, schedule)
     check.recipe(_USE, recipe)
+    check_balance(_USE, balance, (), None)
     library = _library()
-    options = {"recipe": recipe, "schedule": schedule, "implementation": implementation}
+    options = {"balance": balance, "recipe": recipe, "schedule": schedule, "implementation": implementation}
     layer = library.RoutedMoE
     methods = {"__init__": _check_after(layer.__init__), "__call__": _check_before(layer.__call__)}
     methods |= dict.fromkeys(("sparse_matmul", "dense_matmul"), _expert_method(library, options))

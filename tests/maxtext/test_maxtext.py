@@ -27,7 +27,7 @@ from jax.sharding import AxisType, Mesh
 from maxtext.configs import pyconfig
 from maxtext.layers import initializers, moe
 
-from jax_ep import Schedule
+from jax_ep import Balance, Schedule
 from jax_ep.integrations.maxtext import use
 
 BASE = os.path.join(os.path.dirname(maxtext.__file__), "configs", "base.yml")
@@ -91,9 +91,9 @@ def rules(config, mesh):
         yield
 
 
-def results(config, mesh, x, replaced, *, layer=None, **inputs):
+def results(config, mesh, x, replaced, *, layer=None, options=None, **inputs):
     """Output, loss, update of the router bias, and gradients of parameters and tokens."""
-    with rules(config, mesh), use() if replaced else contextlib.nullcontext():
+    with rules(config, mesh), use(**(options or {})) if replaced else contextlib.nullcontext():
         graph, parameters, rest = nnx.split(make_layer(config, mesh, **(layer or {})), nnx.Param, ...)
 
         def objective(parameters, x):
@@ -145,6 +145,13 @@ def test_block_on_four_devices(name):
     block, axes, options = ON_MESHES[name]
     config = configuration(**BLOCKS[block], **({} if options is RING else DENSE), **options)
     assert_same(config, mesh_of(config, **axes), tokens(config))
+
+
+@pytest.mark.parametrize("axes", [{}, {"expert": 4}, TENSOR], ids=str)
+def test_balance(axes):
+    """Rows of overloaded ranks move to others; the results are those of MaxText."""
+    config = configuration(**MIXTRAL, **DENSE)
+    assert_same(config, mesh_of(config, **axes), tokens(config), options={"balance": Balance(rows=1.0)})
 
 
 @pytest.mark.parametrize("block", ["mixtral", "deepseek"])

@@ -200,13 +200,16 @@ class MoE(nnx.Module):
                 f"MoE: rngs has the streams {sorted(rngs)}, expected 'params' or a default one; pass nnx.Rngs(seed), or"
                 " nnx.Rngs(params=seed)."
             )
-        where: dict[str, Any] = {} if self.mesh is None else {"mesh": self.mesh}
-        where["eager_sharding"] = self._set_mesh() is not None
 
         def make(init: nnx.Initializer, shape: tuple[int, ...], spec: P, dtype: Any) -> nnx.Param:
-            return kind(init(rngs.params(), shape, dtype), out_sharding=tuple(spec), **where)
+            return kind(init(rngs.params(), shape, dtype), **self._placement(spec))
 
         return make
+
+    def _placement(self, spec: P) -> dict[str, Any]:
+        """Return the keywords that place a variable by its spec, on the mesh if there is one."""
+        mesh = {} if self.mesh is None else {"mesh": self.mesh}
+        return {"out_sharding": tuple(spec), "eager_sharding": self._set_mesh() is not None, **mesh}
 
     def _make_router(self, make: Make) -> None:
         """Make the router's parameters: float32, since it decides by small differences of its logits.
@@ -217,7 +220,8 @@ class MoE(nnx.Module):
         shape = (self.hidden_size, columns)
         self.router = make(DENSE_INIT, shape, P(None, None), jnp.float32) if self.router_fn is None else None
         self.b_router = make(ZEROS_INIT, shape[1:], P(None), jnp.float32) if options.logit_bias else None
-        self.router_bias = RouterBias(jnp.zeros(columns, jnp.float32)) if options.selection_bias else None
+        bias, placement = jnp.zeros(columns, jnp.float32), self._placement(P(None))
+        self.router_bias = RouterBias(bias, **placement) if options.selection_bias else None
 
     def _make_experts(
         self, make: Make, kernel_init: nnx.Initializer, intermediate_size: int, dtype: Any, use_bias: bool

@@ -133,6 +133,24 @@ def test_checkpoint_identity_expert_router_columns(tmp_path, rng):
     assert checkpoint.moe_options()["router"].num_identity_experts == 3
 
 
+@pytest.mark.parametrize("name", ["gpt_oss", "mixtral"])
+def test_checkpoint_experts_that_ranks_do_not_divide(name, tmp_path, rng, expert_mesh):
+    """Zeros follow the experts, on their own rank or next to others; `save` takes the experts alone."""
+    checkpoint, want = written(name, tmp_path, rng)
+    layer, num_experts = HUB[name].layers[0], want[HUB[name].layers[0]]["w_down"].shape[0]
+    assert num_experts % 3
+    weights = checkpoint.moe_weights(layer, mesh=expert_mesh(3))
+    for parameter, array in weights.items():
+        own = array
+        if parameter in ("w_gate_up", "w_down", "b_gate_up", "b_down"):
+            assert array.shape[0] == num_experts + -num_experts % 3 and not np.asarray(array)[num_experts:].any()
+            own = array[:num_experts]
+        np.testing.assert_array_equal(own, want[layer][parameter])
+    config = {**checkpoint.config, "num_hidden_layers": 1}
+    with pytest.raises(ValueError, match=rf"^save: w_\w+ of layer 0 has .*; pass its first {num_experts} rows"):
+        save(tmp_path / "again", config, {0: weights})
+
+
 @pytest.mark.parametrize("axis_type", [AxisType.Auto, AxisType.Explicit])
 def test_checkpoint_meshes(axis_type, tmp_path, rng):
     """Meshes of several axes with replicas, and the mesh of `jax.set_mesh`."""

@@ -125,11 +125,6 @@ MISTAKES = {
     ),
     "axis": (call(lambda c: load(c, mesh=make_mesh((2,), ("data",)))), ValueError, r"axes \('data',\), exp"),
     "name of the axis": (call(lambda c: load(c, axis_name=1)), TypeError, r"^Checkpoint.moe_weights: axis_name=1 is"),
-    "ranks": (
-        call(lambda c: load(c, mesh=make_mesh((3,), ("expert",)))),
-        ValueError,
-        "num_experts is 8, expected a multiple",
-    ),
     "transpose": (call(lambda c: c.read("bias", transpose=True)), ValueError, r"\(3,\), expected at least two"),
     "eight bits": (call(lambda c: c.read("bytes", dtype=F32)), ValueError, "stored as uint8, without scales"),
 }

@@ -248,6 +248,8 @@ def test_flax_experts_that_ranks_do_not_divide(kind, rng):
         biases = np.zeros(spread.b_gate_up.shape, np.float32)
         biases[:9] = alone.b_gate_up[...]
         spread.b_gate_up.set_value(jax.device_put(biases, spread.b_gate_up[...].sharding))
+        # A restored bias has the devices of the one before, and those of the tokens.
+        spread.router_bias.set_value(jax.device_put(jnp.zeros(9), spread.router_bias[...].sharding))
         (_, (got, metrics)), of_spread = run(spread, x)
         np.testing.assert_allclose(got, want, rtol=1e-4, atol=1e-5)
         for name in ("load", "load_balancing_loss", "router_z_loss", "topk_idx", "dropped"):
@@ -258,6 +260,10 @@ def test_flax_experts_that_ranks_do_not_divide(kind, rng):
                 assert not gradient[9:].any()
                 gradient = gradient[:9]
             np.testing.assert_allclose(gradient, of_alone[name][...], rtol=1e-3, atol=1e-4, err_msg=name)
+    stored, ranks = spread.num_stored_experts, mesh.shape["expert"]
+    by_rank = np.pad(np.asarray(metrics.load), (0, stored - 9)).reshape(ranks, -1).sum(axis=1)
+    rank_load = metrics.summary(ranks, num_stored_experts=stored)["rank_load"]
+    np.testing.assert_allclose(rank_load, by_rank.max() / by_rank.mean(), rtol=1e-6)
     spread.update_bias(metrics.load)
     alone.update_bias(wanted.load)
     np.testing.assert_array_equal(spread.router_bias[...], alone.router_bias[...])

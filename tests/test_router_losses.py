@@ -335,6 +335,11 @@ def test_moe_metrics_summary():
     assert "rank_load" not in metrics.summary()
     found = metrics.summary(num_ranks=3, num_identity_experts=1)  # of loads 4 4 4, 16 0 0 and 8 8 0
     np.testing.assert_allclose(found["rank_load"], [1, 3, 1.5])
+    found = metrics.summary(num_ranks=2, num_identity_experts=1, num_stored_experts=4)  # two, and one of three
+    np.testing.assert_allclose(found["rank_load"], [4 / 3, 2, 2])
+    for stored in (2, 5):
+        with pytest.raises(ValueError, match=rf"num_stored_experts={stored}, expected .*num_stored_experts=moe.num"):
+            metrics.summary(2, num_identity_experts=1, num_stored_experts=stored)
     for num_ranks, num_identity_experts in ((3, 0), (2, 1), (1, 4), (1, 5)):
         with pytest.raises(
             ValueError, match=r"MoEMetrics.summary: num_ranks=. of 4 experts with num_identity_experts="

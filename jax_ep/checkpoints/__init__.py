@@ -176,7 +176,8 @@ class Checkpoint:
         Args:
           layer: one of `moe_layers`.
           mesh: the devices; None uses the mesh of `jax.set_mesh`, or one device without a mesh.
-          axis_name: mesh axis, or axes, over which experts are sharded; all other parameters are replicated.
+          axis_name: mesh axis, or axes, over which experts are sharded; all other parameters are replicated. If the
+            ranks do not divide the experts, zeros up to the next multiple follow them, as in `jax_ep.flax.MoE`.
           dtype: dtype of the result, floating with 16 bits or more. None keeps the stored dtype, with bfloat16 for
             quantized weights. The router and its biases are always float32.
           quantized: return expert weights as stored, as `jax_ep.QuantizedWeights`: FP8 weights with
@@ -189,10 +190,9 @@ class Checkpoint:
           `shared_down [I_shared, H]`, `shared_gate [H, 1]`.
 
         Raises:
-          ValueError: the layer is not MoE; tensors are missing, or have wrong shapes or several dtypes; the experts do
-            not divide over the axis; a finite number is beyond the dtype; or with `quantized`, weights are stored
-            neither in MXFP4, symmetric INT4 nor FP8 with blocks of 128, or in FP8 with an I or H that is not a multiple
-            of 128.
+          ValueError: the layer is not MoE; tensors are missing, or have wrong shapes or several dtypes; a finite number
+            is beyond the dtype; or with `quantized`, weights are stored neither in MXFP4, symmetric INT4 nor FP8 with
+            blocks of 128, or in FP8 with an I or H that is not a multiple of 128.
           TypeError: the dtype is not supported.
           NotImplementedError: the model has weights that `jax_ep.flax.MoE` does not support.
         """
@@ -205,7 +205,8 @@ class Checkpoint:
             raise ValueError(
                 f"{function}: layer={shown(layer)} is not an MoE layer, expected one of {layers}; pass one of them."
             )
-        mesh = _mesh(function, mesh, axis_name, shapes["w_down"][0])
+        mesh, num_ranks = _mesh(function, mesh, axis_name)
+        added = -shapes["w_down"][0] % num_ranks
         to = None if dtype is None else check.result_dtype(function, dtype, None, "dtype")
         form = reading.form_of(self._files, model.family, layer)
         reading.check_left_out(self._files, form, shapes)
@@ -217,6 +218,8 @@ class Checkpoint:
             else:
                 wanted = np.dtype(np.float32) if name in _IN_FLOAT32 else to
                 plans[name] = (reading.plan(self._files, name, form[name], shape, wanted),)
+        for name in set(plans).intersection(_OVER_EXPERTS):
+            plans[name] = tuple(plan.with_more_rows(added) for plan in plans[name])
         experts = MeshAxes(axis_name).specs.w_down
         specs = {name: experts if name in _OVER_EXPERTS else PartitionSpec() for name in plans}
         shardings = {name: None if mesh is None else NamedSharding(mesh, spec) for name, spec in specs.items()}
@@ -235,19 +238,17 @@ def _stored(form: Format, values: Array, scales: Array) -> QuantizedWeights:
     return QuantizedWeights(values, scales, form.name, activations="fp8" if form.is_fp8_operand else None)
 
 
-def _mesh(function: str, mesh: Mesh | None, axis_name: AxisName, num_experts: int) -> Mesh | None:
-    """Return the given mesh or that of `jax.set_mesh`, after checking its axes and that the experts divide; or None."""
+def _mesh(function: str, mesh: Mesh | None, axis_name: AxisName) -> tuple[Mesh | None, int]:
+    """Return the given mesh, or that of `jax.set_mesh`, or None, after checking its axes, and the ranks along them."""
     with check.errors_begin_with(function):
         axes = axis_tuple(axis_name)
     if mesh is None:
         mesh = mesh_in_use(function)
         if mesh.empty:
-            return None
+            return None, 1
     check_mesh(function, mesh, Mesh)
     check_axes(function, mesh, axes, "pass the axis_name of that mesh")
-    num_ranks = math.prod(mesh.shape[name] for name in axes)
-    check.divisible_experts(function, num_experts, num_ranks, axis_name)
-    return mesh
+    return mesh, math.prod(mesh.shape[name] for name in axes)
 
 
 def _check_range(name: str, source: Any, to: np.dtype) -> None:

@@ -52,6 +52,11 @@ class Plan(NamedTuple):
     dtype: np.dtype
     parts: list[Part]
     transposed: bool = False
+    num_zeros: int = 0
+
+    def with_more_rows(self, number: int) -> Plan:
+        """Return the plan of an array with this many rows of zeros behind all parts, along its first axis."""
+        return self._replace(shape=(self.shape[0] + number, *self.shape[1:]), num_zeros=number)
 
 
 def form_of(files: TensorFiles, family: Family, layer: int) -> Form:

@@ -120,6 +120,7 @@ def make_array(
     dtype: np.dtype,
     parts: list[Part],
     transposed: bool = False,
+    num_zeros: int = 0,
     *,
     memory: HostMemory,
     sharding: jax.sharding.Sharding | None = None,
@@ -127,7 +128,8 @@ def make_array(
     """Assemble a global array in `dtype` from its parts; without a sharding, on JAX's default device.
 
     Unlike `jax.make_array_from_callback`, it does not hold the shards of all devices on the host at once. With
-    `transposed`, parts are regions of the result with its last two axes swapped. `memory` has at least `shard_bytes`.
+    `transposed`, parts are regions of the result with its last two axes swapped. The last `num_zeros` along the first
+    axis belong to no part, and are zero. `memory` has at least `shard_bytes`.
     """
 
     def read(into: np.ndarray, region: Region) -> None:
@@ -146,6 +148,8 @@ def make_array(
     on_device: dict[jax.Device, Array] = {}
     for region, devices in _local_regions(shape, sharding).items():
         buffer = memory.array(shard_shape, dtype, devices)
+        if num_zeros and region[0].stop > shape[0] - num_zeros:
+            buffer[...] = 0
         read(buffer, region)
         for device in devices:
             place = sharding and SingleDeviceSharding(device, memory_kind=sharding.memory_kind)

@@ -150,7 +150,10 @@ def _check_array(function: str, what: str, array: Any, shape: tuple[int, ...]) -
         names = ", ".join(np.dtype(dtype).name for dtype in files.DTYPES.values())
         raise TypeError(f"{function}: {what} has dtype {array.dtype}, expected one of {names}; cast it with astype.")
     if array.shape != shape:
-        raise ValueError(f"{function}: {what} has shape {array.shape}, expected {shape} for this config; reshape it.")
+        # A Flax layer has more experts if its ranks do not divide them.
+        has_more = array.ndim > 0 and array.shape[1:] == shape[1:] and array.shape[0] > shape[0]
+        remedy = f"pass its first {shape[0]} rows, w[:{shape[0]}]" if has_more else "reshape it"
+        raise ValueError(f"{function}: {what} has shape {array.shape}, expected {shape} for this config; {remedy}.")
     check.not_deleted(function, what, array)
     if isinstance(array, jax.Array) and not (array.is_fully_addressable or array.is_fully_replicated):
         raise ValueError(

@@ -63,12 +63,15 @@ class MoEMetrics(dict[str, Array]):
         load = jnp.asarray(self["load"], jnp.float32)
         return load / jnp.maximum(load.sum(axis=-1, keepdims=True), 1.0)
 
-    def summary(self, num_ranks: int | None = None, *, num_identity_experts: int = 0) -> dict[str, Array]:
+    def summary(
+        self, num_ranks: int | None = None, *, num_identity_experts: int = 0, num_stored_experts: int | None = None
+    ) -> dict[str, Array]:
         """Return scalars to log, `[...]` float32 each, one for each layer if layers are stacked.
 
         Args:
           num_ranks: ranks that share the experts, for `rank_load`; None: without it.
           num_identity_experts: that of the `Router`; no rank has these experts.
+          num_stored_experts: that of the layer, where its ranks do not divide the experts; None: no expert was added.
 
         Returns:
           `load`: load of the busiest expert over the mean; 1 is balanced, E is all tokens to one expert.
@@ -81,7 +84,7 @@ class MoEMetrics(dict[str, Array]):
           `passes`.
 
         Raises:
-          ValueError: the experts of the ranks are not a multiple of `num_ranks`.
+          ValueError: the experts that the ranks store are not a multiple of `num_ranks`.
           TypeError: a number that is not an int.
 
         Example:
@@ -108,12 +111,17 @@ class MoEMetrics(dict[str, Array]):
         }
         if num_ranks is not None:
             num_ranks = check.integer(function, "num_ranks", num_ranks)
-            placed = share[..., : max(0, num_experts - num_identity_experts)]
-            if not placed.shape[-1] or placed.shape[-1] % num_ranks:
+            others = max(0, num_experts - num_identity_experts)
+            stored = others
+            if num_stored_experts is not None:
+                stored = check.integer(function, "num_stored_experts", num_stored_experts)
+            if not others or stored < others or stored % num_ranks:
                 raise ValueError(
-                    f"{function}: {num_ranks=} of {num_experts} experts with {num_identity_experts=}, expected ranks"
-                    " with equally many of the others; pass the ranks of the expert axis."
+                    f"{function}: {num_ranks=} of {num_experts} experts with {num_identity_experts=} and"
+                    f" {num_stored_experts=}, expected ranks that store equally many of the others; pass the ranks of"
+                    " the expert axis, and num_stored_experts=moe.num_stored_experts if they do not divide the experts."
                 )
+            placed = jnp.pad(share[..., :others], [*[(0, 0)] * (share.ndim - 1), (0, stored - others)])
             rows = placed.reshape(*share.shape[:-1], num_ranks, -1).sum(axis=-1)
             found["rank_load"] = _over_mean(rows)
         if "passes" in self:

@@ -40,9 +40,7 @@ from jax_ep.types import Array, Tokens
 _GROUPED = Kernel(quantized_gemm_kernels.quantized_grouped_gemm)
 _MASKED = Kernel(quantized_gemm_kernels.quantized_masked_grouped_gemm)
 _GLUON = Kernel(gluon_quantized.prepacked_gemm)
-_FEWEST_DENSE_ROWS = (
-    512  # of a group, from which dequantizing weights of 8 bits first is faster (fused_moe_prefill_quantized.json)
-)
+_FEWEST_DENSE_ROWS = 512  # of a group, from which weights of 8 bits are dequantized first: see design/grouped_gemm.md
 _GLUON_COLUMNS = gluon_quantized.COLUMNS.value  # of a tile
 _DEPTH = 128  # of a block: that of the blocks of FP8, and a multiple of all other groups
 

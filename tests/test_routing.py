@@ -14,6 +14,7 @@ import jax_ep
 from harness import make_mesh
 from jax_ep.routing import identity_experts
 
+ON_GPU = jax.default_backend() == "gpu"  # Sums over experts can have another order in another program there.
 STATIC = ("k", "router")
 topk_router = jax.jit(jax_ep.topk_router, static_argnames=STATIC)  # One compilation instead of one per operation.
 sparsemixer_router = jax.jit(jax_ep.routing.sparsemixer_router)
@@ -160,8 +161,7 @@ def test_bfloat16_logits_are_computed_in_float32(name):
     narrow, wide = router(logits), router(logits.astype(jnp.float32))
     np.testing.assert_array_equal(narrow.topk_idx, wide.topk_idx)
     for field in ("topk_idx", "topk_weights", "scores"):
-        # Two programs: on a GPU their sums over experts can have another order.
-        np.testing.assert_allclose(getattr(narrow, field), getattr(wide, field), rtol=1e-6)
+        np.testing.assert_allclose(getattr(narrow, field), getattr(wide, field), rtol=ON_GPU * 1e-6, atol=0)
         assert getattr(narrow, field).dtype == getattr(wide, field).dtype
 
 
@@ -266,7 +266,7 @@ def test_masked_tokens_have_no_experts_and_no_gradient(name):
     gradients = jax.jit(jax.grad(objective))
     gradient = np.asarray(gradients(padded, token_mask=mask))
     np.testing.assert_array_equal(gradient[~mask], np.zeros_like(gradient[~mask]))
-    np.testing.assert_allclose(gradient[mask], gradients(logits[mask]), rtol=5e-6, atol=1e-8)
+    np.testing.assert_allclose(gradient[mask], gradients(logits[mask]), rtol=5e-6 if ON_GPU else 1e-6, atol=1e-9)
 
 
 def sparsemixer(logits, jitter_eps, chosen=None):

@@ -112,9 +112,8 @@ class MoEMetrics(dict[str, Array]):
         if num_ranks is not None:
             num_ranks = check.integer(function, "num_ranks", num_ranks)
             others = max(0, num_experts - num_identity_experts)
-            stored = others
-            if num_stored_experts is not None:
-                stored = check.integer(function, "num_stored_experts", num_stored_experts)
+            given = num_stored_experts
+            stored = others if given is None else check.integer(function, "num_stored_experts", given)
             if not others or stored < others or stored % num_ranks:
                 raise ValueError(
                     f"{function}: {num_ranks=} of {num_experts} experts with {num_identity_experts=} and"

@@ -71,23 +71,18 @@ def quantized_gemm(
     """
     multiplied, out = multiplied_dtype(dtype, rhs), jnp.dtype(out_dtype)
     operands = fp8_operands(options, dtype, shape) if rhs.activations == "fp8" else None
-    facts = QuantizedGemmFacts(multiplied, shape, rhs, out)
-    rows_of_group = (shape[0] if rows_in_use is None else rows_in_use) // max(rhs.shape[0], 1)
-    as_stored = multiplied == FP8 and format_of(rhs).is_fp8_operand
-    if len(shape) == 2 and (as_stored or _dequantizes_first(options, facts, rows_of_group)):
-        groups, depth, columns = rhs.shape
-        dense = GemmFacts(multiplied, shape[0], depth, columns, groups, out)
+    groups, depth, columns = rhs.shape
+    dense = GemmFacts(multiplied, shape[0], depth, columns, groups, out)
+    if multiplied == FP8 and format_of(rhs).is_fp8_operand and len(shape) == 2:
         return QuantizedGemmPlan(options, registry.choose(options, dense), operands)
-    return QuantizedGemmPlan(options, registry.choose(options, facts), operands)
+    part = registry.choose(options, QuantizedGemmFacts(multiplied, shape, rhs, out))
+    if part.implementation == "triton" and rhs.activations is None and len(shape) == 2:
+        from jax_ep.megakernels.quantized_gemm import dequantizes_first
 
-
-def _dequantizes_first(options: Options, facts: QuantizedGemmFacts, rows_of_group: int) -> bool:
-    """Return whether the kernels that decode weights take longer than to dequantize them for a GEMM of 16 bits."""
-    if facts.rhs.activations is not None or registry.choose(options, facts).implementation != "triton":
-        return False
-    from jax_ep.megakernels.quantized_gemm import dequantizes_first
-
-    return dequantizes_first(rows_of_group, facts.dtype, facts.rhs)
+        rows = shape[0] if rows_in_use is None else rows_in_use
+        if dequantizes_first(rows // max(groups, 1), multiplied, rhs):
+            part = registry.choose(options, dense)
+    return QuantizedGemmPlan(options, part, operands)
 
 
 @resolution

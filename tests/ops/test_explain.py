@@ -208,7 +208,7 @@ def test_plan_quantized_resolved_once():
     ids=str,
 )
 def test_explain_weights_dequantized_first(tokens, dtype, options, is_first, two_ranks):
-    """From 512 rows per expert that are in use, whatever the capacity of the ranks."""
+    """From 512 rows of bfloat16 per expert on, weights of 8 bits whose tokens are not quantized."""
     del two_ranks
 
     def run(x, idx, weights, *matrices):
@@ -227,8 +227,7 @@ def test_explain_weights_dequantized_first(tokens, dtype, options, is_first, two
 @pytest.mark.parametrize(("tokens", "is_first"), [(512, True), (511, False)])
 def test_plan_quantized_rows_in_use(tokens, is_first, two_ranks):
     """A dropless layer has room for the rows of all ranks, and about as many in use as one rank sends."""
-    plan_of = plan.recording()
-    with plan_of as found, jax.set_mesh(two_ranks):
+    with plan.recording() as found, jax.set_mesh(two_ranks):
         x, idx, weights, *matrices = of_two_ranks()
 
         def run(x, idx, weights, *matrices):
